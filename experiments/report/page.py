@@ -82,7 +82,7 @@ def summary(results: Results) -> Iterator[str]:
         lines.append(f"vLLM's decode step on one {gpu} takes {', '.join(theirs)}.")
     if limits:
         lines.append(f"Of the hardware's limit our decode steps reach {', '.join(limits)}.")
-    for on, (model, named) in _served(results):
+    for on, (model, named) in _compared(results):
         parts = [
             f"{one} {row['qps']:.1f} vs. {other} {vllm['qps']:.1f} ({_more(row, vllm)})"
             for one, row, other, vllm in _pairs(on, model)
@@ -90,6 +90,7 @@ def summary(results: Results) -> Iterator[str]:
         ]
         if parts:
             lines.append(f"{named}, requests a second on one {on.device.split()[1]}: {', '.join(parts)}.")
+    lines += steady_loads(results)
     cost = {name: round(100 * row["added"], 2) + 0.0 for name, row in _accuracy_rows(results).items()}
     shown = {"KV int8-g8": "K and V in `int8-g8`", "weights w8a8-all": "`w8a8-all`"}
     shown |= {"weights w4a16-g128": "`w4a16-g128`"}
@@ -98,6 +99,20 @@ def summary(results: Results) -> Iterator[str]:
     lines += rewards(results)
     if lines:
         yield "\n".join(f"- {line}" for line in lines)
+
+
+def steady_loads(results: Results) -> Iterator[str]:
+    """Yields a sentence for each pair of ours and vLLM's in one job at a steady load."""
+    for on, (model, named) in _served(results):
+        rows = {(row["file"], row["name"]): row for row in steady_rows(on, model)}
+        for (file, name), row in rows.items():
+            other = next((SYSTEMS[vllm] for one, vllm in PAIRS if SYSTEMS[one] == name), None)
+            if (vllm := rows.get((file, other))) is not None:
+                first, between = (f"{row[key]:.0f} ms vs. {vllm[key]:.0f}" for key in ("ttft_ms_p50", "itl_ms_p99"))
+                yield (
+                    f"{named} at {row['rate']:g} requests a second on one {_gpu(row)}, jllm vs. vLLM: the median first "
+                    f"token after {first}, 99 % of the others within {between}."
+                )
 
 
 def rewards(results: Results) -> Iterator[str]:
@@ -125,8 +140,10 @@ def behind(results: Results) -> Iterator[str]:
     for strip in strips(results):
         if strip.peer == "FlashInfer" and strip.kernel in ("prefill attention", "decode attention, 32/8"):
             times = [1 / each for cell in strip.cells.values() for each in cell]
-            what = strip.kernel.replace(", 32/8", " with 8 KV heads")
-            lines.append(f"Our {what} takes {min(times):.2f} to {max(times):.2f} times FlashInfer's time.")
+            what, gpu = strip.kernel.replace(", 32/8", " with 8 KV heads"), short(strip.device).split()[0]
+            if max(times) > 1:
+                ends = f"{min(times):.2f} to {max(times):.2f}"
+                lines.append(f"Our {what} takes {ends} times FlashInfer's time on one {gpu}.")
     ours, floor = _of(decode, BF16, f"jllm {BF16}"), _of(decode, BF16, f"floor, {BF16}")
     if ours and floor and (batch := max((batch for batch in ours.ms if batch in BATCHES), default=None)):
         lines.append(
@@ -151,10 +168,20 @@ def _of(decode: dict[str, list[Series]], formats: str, name: str) -> Series | No
 
 
 def _served(results: Results) -> Iterator[tuple[Results, tuple[str, str]]]:
-    """Yields the devices whose requests are shown, and with each the name of a model in files and in words."""
-    for device in dict.fromkeys((results.device, H200)):
-        for model in SERVED.items():
+    """Yields the devices that served requests, and with each the name of a model in files and in words. A model's first
+    device is that of the steps."""
+    for model in SERVED.items():
+        for device in dict.fromkeys((of_steps(results).device, results.device, H200)):
             yield results.on(device), model
+
+
+def _compared(results: Results) -> Iterator[tuple[Results, tuple[str, str]]]:
+    """Yields each model's first device that served its requests by both systems, or else by jllm."""
+    for model in SERVED.items():
+        served = [on for on, each in _served(results) if each == model and any(_pairs(on, model[0]))]
+        both = [on for on in served if any(vllm for *_, vllm in _pairs(on, model[0]))]
+        if served:
+            yield (both or served)[0], model
 
 
 def _pairs(results: Results, model: str) -> Iterator[tuple[str, Row, str, Row | None]]:
@@ -187,25 +214,22 @@ def decode(results: Results) -> Iterator[str]:
         held = f" Shares in brackets are of what it holds for seconds:{held}."
         best = [kind for kind, peak in rates.sustained.peaks.items() if kind and peak == rates.peaks[kind]]
         held += f" The rates of {'8 bits and of ' if best else ''}attention stay the best ones there."
-    yield (
-        "LLaMA-2-7B has 8 tokens in and 256 out. The floor is the time of its bytes and operations at the device's "
-        "best "
-        f"rates. They are {rates.bandwidth / 1e12:.2f} TB/s and {rates.peaks[None] / 1e12:.0f} TFLOP/s in 16 bits. "
-        f"[Devices](../configs/devices) have the rest.{held}"
-    )
-    yield "![Decode steps by batch, against floors and peers](results/summary-decode.svg)"
-    cells = [[str(b), *(f"{each.ms[b]:.2f}" if b in each.ms else "" for each in columns)] for b in BATCHES]
-    yield markdown(["ms at batch", *(each.name for each in columns)], [row for row in cells if any(row[1:])])
     sources = [f"[{each.name}](results/{each.source.name})" for each in columns if each.source]
     alone = [] if of_engines(on) else ["jllm's"]
     alone += ["PyTorch's"] if any(each.name == "PyTorch" for each in columns) else []
     apart = f"{' and '.join(alone)} steps follow each other without an engine. " if alone else ""
     apart += "jllm's and vLLM's are their engines'" if of_engines(on) else "vLLM's are its engine's"
     yield (
-        f"Files of peers: {', '.join(sources)}. [Their scripts](peers/README.md) say how they run. A peer's step is "
-        f"its fastest variant's. {apart}, with a few more tokens of K and V. PPL.LLM published its steps on an H800. "
-        "They are scaled by the bandwidths of both data sheets."
+        "LLaMA-2-7B has 8 tokens in and 256 out. The floor is the time of its bytes and operations at the device's "
+        f"best rates: {rates.bandwidth / 1e12:.2f} TB/s and {rates.peaks[None] / 1e12:.0f} TFLOP/s in 16 bits. "
+        f"[Devices](../configs/devices) have the rest.{held} Files of peers: {', '.join(sources)}. [Their "
+        f"scripts](peers/README.md) say how they run. A peer's step is its fastest variant's. {apart}, with a few more "
+        "tokens of K and V. PPL.LLM published its steps on an H800. They are scaled by the bandwidths of both data "
+        "sheets.\n"
+        "![Decode steps by batch, against floors and peers](results/summary-decode.svg)"
     )
+    cells = [[str(b), *(f"{each.ms[b]:.2f}" if b in each.ms else "" for each in columns)] for b in BATCHES]
+    yield markdown(["ms at batch", *(each.name for each in columns)], [row for row in cells if any(row[1:])])
     shares = [
         [
             f"[{row['name']}](results/{row['file'].name})",
@@ -228,9 +252,10 @@ def requests(results: Results) -> Iterator[str]:
     """Yields requests per second on the QPS workload beside vLLM's, those of other systems, and a steady load."""
     cells, steady = [], []
     others: dict[str, list[str]] = {}
+    compared = [(on.device, model) for on, (model, _) in _compared(results)]
     for on, (model, named) in _served(results):
         told = {f"{SYSTEMS['jllm bf16']}, triton"}  # among what is behind
-        for one, row, _, vllm in _pairs(on, model):
+        for one, row, _, vllm in _pairs(on, model) if (on.device, model) in compared else ():
             cells.append([f"{named}, {_gpu(row)}", one.removeprefix("jllm "), *_beside(row, vllm)])
             told |= {each["name"] for each in (row, vllm) if each is not None}
         for row in requests_rows(on, model):
@@ -244,15 +269,14 @@ def requests(results: Results) -> Iterator[str]:
         "1,024 conversations arrive at once at one GPU. A figure is the mean of one job's runs, with its 95 % interval "
         "by Student's t. Both systems ran in one job. vLLM has as many bits, in bf16 or fp8. A start lasts until all "
         "sizes of steps are compiled, with none stored. Only vLLM's includes its imports and making weights."
+        + ("\n![Requests a second](results/summary-requests.svg)" if requests_rows(of_steps(results)) else "")
     )
-    if requests_rows(results):
-        yield f"![Requests a second, {short(results.device)}](results/summary-requests.svg)"
     heads = ["model", "jllm's weights", "jllm, requests a second", "vLLM", "jllm over vLLM", "jllm's start, s"]
     if cells:
         yield markdown([*heads, "vLLM's", "from"], cells)
-    for named, ways in others.items():
-        each = "Each replica has 1,024 conversations of its own."
-        yield f"{named} in other ways serves these requests a second. {each} {' '.join(ways)}"
+    if others:
+        ways = "\n".join(f"{named}: {' '.join(each)}" for named, each in others.items())
+        yield f"Other ways serve these requests a second. Each replica has 1,024 conversations of its own.\n{ways}"
     if steady:
         heads = ["at a steady load", "requests a second", "first token, ms p50, p99", "between tokens, ms p50, p99"]
         yield markdown([*heads, "in time", "from"], steady)
@@ -290,7 +314,7 @@ def kernels(results: Results) -> Iterator[str]:
         yield (
             "Each cell says how many times as fast as the peer a case is. Green is faster, red is slower. Two "
             "figures are the range over shapes.\n"
-            f"![Kernels against peers, {short(results.device)}](results/summary-kernels.svg)"
+            "![Kernels against peers](results/summary-kernels.svg)"
         )
 
 

@@ -31,7 +31,7 @@ def draw_all(results: Results, directory: Path) -> list[Path]:
     """Writes each picture that has data. Raises ImportError without matplotlib."""
     drawn = [
         ("decode", draw_decode, (8.6, 4.1), any(decode_series(of_steps(results)).values())),
-        ("requests", draw_requests, (8.6, 3.4), requests_rows(results)),
+        ("requests", draw_requests, (8.6, 3.4), requests_rows(of_steps(results))),
         ("kernels", draw_kernels, (11, 0.48 * len(strips(results)) + 1.1), strips(results)),
         ("accuracy", draw_accuracy, (10, 4.2), accuracy_rows(results)),
     ]
@@ -93,7 +93,8 @@ def _peer_color(name: str) -> str:
 
 def draw_requests(figure: Any, results: Results) -> None:
     """Draws a bar for each system, the fastest on top. Repeated runs have 95 % intervals."""
-    axes, rows = figure.subplots(), requests_rows(results)[::-1]
+    on = of_steps(results)
+    axes, rows = figure.subplots(), requests_rows(on)[::-1]
     colors = [OURS if row["name"].startswith("jllm") else _peer_color(row["name"]) for row in rows]
     axes.barh(range(len(rows)), [row["qps"] for row in rows], 0.62, color=colors)
     for i, row in enumerate(rows):
@@ -103,7 +104,7 @@ def draw_requests(figure: Any, results: Results) -> None:
     axes.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=8)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("requests a second")
-    axes.set_title(f"1,024 conversations at once, LLaMA-2-7B on one {short(results.device)} each", fontsize=9)
+    axes.set_title(f"1,024 conversations at once, LLaMA-2-7B on one {short(on.device)} each", fontsize=9)
 
 
 def draw_kernels(figure: Any, results: Results) -> None:
@@ -112,7 +113,7 @@ def draw_kernels(figure: Any, results: Results) -> None:
     most = max((len(strip.cells) for strip in found), default=1)
     for y, strip in enumerate(found):
         _strip(axes, y, strip)
-    names = [f"{strip.kernel}\nover {strip.peer}" for strip in found]
+    names = [f"{strip.kernel}\nover {strip.peer}, {short(strip.device).split()[0]}" for strip in found]
     axes.set_yticks([y + 0.5 for y in range(len(found))], names, fontsize=8)
     axes.set_xlim(0, most)
     axes.set_ylim(len(found), 0)
@@ -120,7 +121,7 @@ def draw_kernels(figure: Any, results: Results) -> None:
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    figure.suptitle(f"Kernels on one {short(results.device)}", fontsize=10)
+    figure.suptitle("Kernels, each on one GPU", fontsize=10)
 
 
 def _strip(axes: Any, y: int, strip: Strip) -> None:

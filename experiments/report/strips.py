@@ -2,15 +2,17 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from experiments.report.documents import Row
-from experiments.report.figures import Results
+from experiments.report.figures import H100, H200, Results
 
 Cells = dict[str, list[float]]  # case -> speed over the peer's, shape by shape
 Name = str | Callable[[Row], str]  # names a row's case: a format string for its values, or a function
-WHO = ("peer", "variant", "us", "wall_us", "gb_s", "tflop_s", "fraction", "floor_fraction")  # not part of the case
+WHO = {  # what is no part of a case
+    *("peer", "variant", "script", "version", "us", "wall_us", "gb_s", "tflop_s", "fraction", "floor_fraction", "off")
+}
 
 
 @dataclass(frozen=True)
@@ -20,11 +22,21 @@ class Strip:
     kernel: str
     peer: str
     cells: Cells
+    device: str = H100
 
 
 def strips(results: Results) -> list[Strip]:
-    """Returns every kernel's newest benchmark on the device that has the peer."""
-    found = [
+    """Returns every kernel's newest benchmark that has the peer: of an H200, or else of the page's device."""
+    found: dict[tuple[str, str], Strip] = {}
+    for device in dict.fromkeys((results.device, H200)):
+        for strip in _strips(results.on(device)):
+            if strip.cells:
+                found[strip.kernel, strip.peer] = replace(strip, device=device)
+    return list(found.values())
+
+
+def _strips(results: Results) -> list[Strip]:
+    return [
         *(
             _beside(results, f"decode attention, 32/{k}", "FlashInfer", "decode_attention", "{R} x {length}", K=k)
             for k in (32, 8)
@@ -41,8 +53,8 @@ def strips(results: Results) -> list[Strip]:
         Strip("SiLU, product to int8, by rows", "XLA", _pairs(results, "silu_mul_quant", "xla", "{T}", kind="int8")),
         Strip("rotary, cache write, by rows", "XLA", _pairs(results, "cache_update", "xla", "{T}", "fused", kv="bf16")),
         Strip("sampling of 128,256, by rows", "XLA", _pairs(results, "sample", "xla", "{R}, {asked}", V=128256)),
+        _beside(results, "product of experts, by tokens", "tokamax", "ragged_matmul", "{tokens}", scheme="bf16"),
     ]
-    return [strip for strip in found if strip.cells]
 
 
 def _beside(

@@ -9,7 +9,7 @@ import pytest
 from experiments import results_page
 from experiments.report import pictures
 from experiments.report.documents import RESULTS, is_flat, label_of, problems, read_all, read_result
-from experiments.report.figures import Results, decode_series, requests_rows, with_sustained
+from experiments.report.figures import H100, H200, Results, decode_series, requests_rows, with_sustained
 from experiments.report.page import page
 from experiments.report.strips import strips
 from experiments.results_page import PAGE
@@ -17,7 +17,6 @@ from experiments.steps.devices import ceilings_of
 from jllm.errors import InputFileError
 from tests.test_docs import slug
 
-H100 = "NVIDIA H100 80GB HBM3"
 GOOD = {
     "experiment": "decode_attention", "date": "2026-11-20", "device": H100, "versions": {"jax": "1"},
     "command": "python -m x", "complete": True, "bars": [], "rows": [],
@@ -262,14 +261,14 @@ def test_requests_that_no_job_served_beside_vllm_are_held_against_nothing(tmp_pa
     name = "qps_llama-3.1-8b_bfloat16"
     write(tmp_path, f"{name}-vllm-20261120-h200", device="NVIDIA H200", rows=[vllm])
     text = page(read(tmp_path))
-    assert "LLaMA-3.1-8B in other ways serves these" in text
+    assert "LLaMA-3.1-8B: [vLLM bf16, KV bf16](" in text
     assert "20261120-h200.json): 40.0 (H200)." in text
     assert "summary-requests.svg" not in text, "the picture is of another model"
     write(tmp_path, f"{name}-20261120-h200", device="NVIDIA H200", rows=[row])
     write(tmp_path, f"{name}_static-20261120-h200", device="NVIDIA H200", rows=[row | {"batching": "static"}] * 2)
     text = page(read(tmp_path))
     assert "| LLaMA-3.1-8B, H200 | bf16 | 50.0 |  |  |  |  | [1 run](" in text
-    assert text.index("LLaMA-3.1-8B in other ways") < text.index("[jllm bf16, KV bf16, static](")
+    assert text.index("LLaMA-3.1-8B: [") < text.index("[jllm bf16, KV bf16, static](")
     assert "[vLLM bf16, KV bf16](" in text
     assert "vs. vLLM" not in text
 
@@ -304,13 +303,17 @@ def test_a_kernel_stands_beside_a_peers_fastest_variant_of_the_same_file(tmp_pat
     ours = {"kernel": "decode_attention", "peer": "mosaic", "R": 16, "length": 1024, "H": 32, "K": 8, "kv": "bf16"}
     theirs = [ours | {"peer": "FlashInfer", "variant": v, "us": us, "Q": 1} for v, us in (("tc", 24.0), ("cuda", 30.0))]
     write(tmp_path, "decode_attention-20261120-h100", rows=[ours | {"us": 20.0}, ours | {"us": 25.0, "Q": 4}, *theirs])
-    write(tmp_path, "decode_attention-20261121-h200", device="NVIDIA H200", rows=[ours | {"us": 1.0}, *theirs])
     (strip,) = strips(read(tmp_path))
-    assert strip.cells == {"16 x 1024": [1.2]}
-    assert "Our decode attention with 8 KV heads takes 0.83 to 0.83 times FlashInfer's time." in page(read(tmp_path))
+    assert (strip.cells, strip.device) == ({"16 x 1024": [1.2]}, H100)
+    assert "FlashInfer's time" not in page(read(tmp_path)), "it is not ahead"
+    newer = [row | {"us": row["us"] / 2, "script": "peer_flashinfer.py", "version": "0.7"} for row in theirs]
+    write(tmp_path, "decode_attention-20261121-h200", device="NVIDIA H200", rows=[ours | {"us": 15.0}, *newer])
+    (strip,) = strips(read(tmp_path))
+    assert (strip.cells, strip.device) == ({"16 x 1024": [0.8]}, H200)
+    assert "with 8 KV heads takes 1.25 to 1.25 times FlashInfer's time on one H200." in page(read(tmp_path))
     (drawn,) = pictures.draw_all(read(tmp_path), tmp_path)
     assert drawn.name == "summary-kernels.svg"
-    assert ">1.20</text>" in drawn.read_text(encoding="utf-8")
+    assert ">0.80</text>" in drawn.read_text(encoding="utf-8")
 
 
 def test_methods_are_by_bits(tmp_path):
