@@ -7,6 +7,7 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import batched, chain
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ from pallas_kernels.formats.quantized_weights import QuantizedWeight
 
 # Options of an engine without adapters
 NO_ADAPTERS: dict[str, Any] = dict.fromkeys(("adapters", "max_adapters", "adapter_rank", "adapter_targets"))
+IS_DELETED = methodcaller("is_deleted")  # mapped in C: each step asks each array
 
 
 @dataclass(frozen=True)
@@ -291,7 +293,7 @@ class Device:
     @property
     def lacks_weights(self) -> bool:
         """Returns whether an array that steps take was donated or deleted."""
-        return self._unmade is not None or any(leaf.is_deleted() for leaf in self._held)
+        return self._unmade is not None or any(map(IS_DELETED, self._held))
 
     def token_logprobs_options(self) -> dict[str, Any]:
         """Returns the options of jllm.token_logprobs, as Engine.token_logprobs_options does."""

@@ -272,8 +272,12 @@ class Scheduler(PageTables):
 
     def _fewest_rows(self, decodes: int, tokens: int, budget: int) -> int:
         """Returns the prompt tokens of the next of the steps that compute these tokens with the fewest rows. Of equals
-        it takes the most tokens. FEW_SLOTS rows cost no more than one."""
-        fits = [(-(-tokens // c) * max(FEW_SLOTS, r + c), -c) for r, c in self.sizes.mixed if r >= decodes]
+        it takes the most tokens.
+
+        FEW_SLOTS rows cost no more than one. Where hardly any sequence decodes, no decode shares the time that each
+        step needs to read the weights. It counts as 2 * FEW_SLOTS rows."""
+        own = 2 * FEW_SLOTS if 4 * decodes < FEW_SLOTS else 0
+        fits = [(-(-tokens // c) * (own + max(FEW_SLOTS, r + c)), -c) for r, c in self.sizes.mixed if r >= decodes]
         return min(budget, -min(fits)[1]) if fits else budget
 
     def _joins(self, prefills: list[Sequence]) -> bool:

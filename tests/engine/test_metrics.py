@@ -152,11 +152,13 @@ def test_prompts_fill_sizes_or_wait_for_others_but_not_for_long():
 
 @pytest.mark.parametrize("slots", [128, 64])
 def test_prompts_are_cut_where_that_computes_the_fewest_rows(slots):
-    """Thirty decode. Of the two smallest sizes the second has rows for them, and the first is as cheap."""
+    """First none decodes, then thirty. Of the two smallest sizes the second has rows for them."""
     sizes = StepSizes(((8, 16), (32, 32), (32, 256), (128, 512)), (512,) if slots > FEW_SLOTS else ())
     scheduler = Scheduler(Limits(slots, 640, 512, 64, 4, 4000, 400), sizes)
-    fill(scheduler, [1] * 30)
-    assert prompt_tokens(scheduler) == 30
+    fill(scheduler, [1] * 30 + [10] * 10)
+    assert prompt_tokens(scheduler) == 130, "288 rows and 128 for the weights, not 5 times 64 and 128"
+    for seq in list(scheduler.running)[30:]:
+        scheduler.finish(seq, "length")
 
     def steps(*prompts: int) -> list[int]:
         fill(scheduler, prompts, tokens=1)  # they end at once
