@@ -37,19 +37,20 @@ from jllm.engine.reuse import ReusedPrefix
 from jllm.engine.sequence import Sequence
 from jllm.errors import RequestError
 from jllm.programs.sizes import NO_SIZES, Limits, StepSizes
-from jllm.step.buckets import FEW_SLOTS
+from jllm.step.buckets import CHEAP
 
 
 class Scheduler(PageTables):
     """Plans steps for one engine.
 
-    sizes are the compiled ones, of which a step takes a small one that it fills:
+    sizes are the compiled ones. A step is planned so that little of its size is padding:
 
-    - Few sequences decode, or slots are few. Prompts are cut where that computes the fewest rows: two small steps may
-      have fewer than a large one, and decodes wait less.
-    - At least half of many slots decode, or pages are too few for all waiting prompts and free slots. A step takes the
-      largest full size that prompts can fill. If they fill none, it waits for more prompts, up to PATIENCE steps.
-    - No prompts come. Slightly more sequences may decode than a size holds, up to 1/EXCESS more. Then the extra ones
+    - Where less than half of the slots decode, prompts are cut. Two small steps may have fewer rows than a large one,
+      and decodes wait less. With few slots (no sizes.full) it is always so.
+    - Where more decode, a step takes the largest full size that prompts can fill. If they fill none, it waits for more
+      prompts, up to PATIENCE steps. It also does so where some decode, and pages are too few for all waiting prompts
+      and free slots.
+    - Without prompts, slightly more sequences may decode than a size holds, up to 1/EXCESS more. Then the extra ones
       skip this step, in turn. The delay costs less than padding to the next size.
 
     policy is the KV policy (kv_policy.py); the default allocates pages as tokens come.
@@ -271,14 +272,18 @@ class Scheduler(PageTables):
         return full[-1] if full else budget
 
     def _fewest_rows(self, decodes: int, tokens: int, budget: int) -> int:
-        """Returns the prompt tokens of the next of the steps that compute these tokens with the fewest rows. Of equals
-        it takes the most tokens.
+        """Returns how many prompt tokens the next step takes, so that steps of one size, and a last one for the rest,
+        compute all of them with the fewest rows. Among equals it takes the largest. CHEAP rows cost no more than one.
+        """
+        joining = self.most_joining or 0  # prompts that are computed here don't go through the sizes for joining
+        fits = [(r, c) for r, c in self.sizes.mixed if r >= decodes and c > joining]
 
-        FEW_SLOTS rows cost no more than one. Where hardly any sequence decodes, no decode shares the time that each
-        step needs to read the weights. It counts as 2 * FEW_SLOTS rows."""
-        own = 2 * FEW_SLOTS if 4 * decodes < FEW_SLOTS else 0
-        fits = [(-(-tokens // c) * (own + max(FEW_SLOTS, r + c)), -c) for r, c in self.sizes.mixed if r >= decodes]
-        return min(budget, -min(fits)[1]) if fits else budget
+        def rows(size: tuple[int, int]) -> int:
+            whole, rest = divmod(tokens, size[1])
+            last = min((max(CHEAP, r + c) for r, c in fits if c >= rest), default=0) if rest else 0
+            return whole * max(CHEAP, sum(size)) + last
+
+        return min([budget, *([min(fits, key=lambda size: (rows(size), -size[1]))[1]] if fits else [])])
 
     def _joins(self, prefills: list[Sequence]) -> bool:
         """Returns whether only sequences that come with their K and V prefill."""

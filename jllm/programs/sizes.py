@@ -48,11 +48,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class StepSizes:
-    """Holds the compiled sizes as the scheduler fills them. Without sizes it never cuts a step to one."""
+    """Holds the compiled sizes, for a scheduler that avoids padding. Without sizes it takes all that there is."""
 
     mixed: tuple[tuple[int, int], ...] = ()  # (decode rows, prompt tokens) of steps with prompts
-    full: tuple[int, ...] = ()  # prompt tokens, ascending, of steps in which every slot may decode; none: few slots
-    decodes: tuple[int, ...] = ()  # decode rows, ascending, of steps without prompts, where a row costs something
+    full: tuple[int, ...] = ()  # prompt tokens of steps in which every slot may decode; empty up to FEW_SLOTS slots
+    decodes: tuple[int, ...] = ()  # decode rows above FEW_SLOTS of steps without prompts
 
 
 NO_SIZES = StepSizes()
@@ -75,8 +75,11 @@ class EngineSizes:
 
     @property
     def steps(self) -> StepSizes:
-        """Returns the sizes of steps that are worth filling."""
-        mixed = tuple(sorted({(r.decodes, r.tokens) for r in self.buckets if r.tokens}))
-        most, alone = self.limits.max_slots, {r.decodes for r in self.buckets if not r.tokens}
-        full = {tokens for decodes, tokens in mixed if decodes >= most > FEW_SLOTS}
-        return StepSizes(mixed, tuple(sorted(full)), tuple(sorted(n for n in alone if n > FEW_SLOTS)))
+        """Returns the sizes of steps, ascending. A size that cannot hold a chunk for each of its tokens or slots is
+        left out."""
+        slots, alone = self.limits.max_slots, {r.decodes for r in self.buckets if not r.tokens}
+        mixed = {(r.decodes, r.tokens) for r in self.buckets if r.tokens and r.chunks >= min(slots, r.tokens)}
+        full = {tokens for decodes, tokens in mixed if decodes >= slots > FEW_SLOTS}
+        return StepSizes(
+            tuple(sorted(mixed)), tuple(sorted(full)), tuple(sorted(rows for rows in alone if rows > FEW_SLOTS))
+        )

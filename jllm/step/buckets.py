@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isqrt
 
 
 @dataclass(frozen=True, order=True)
@@ -19,17 +20,18 @@ class Bucket:
 
 
 FEW_SLOTS = 64  # up to here rows cost a GPU no more than one row: reading the weights takes longer
-ALONE = (2, 8, 16, 28, 40, 56, 72, 90, 110, 128)  # decode rows in 128ths of the slots: see make_buckets
+CHEAP = 2 * FEW_SLOTS  # up to here they cost little more
+ALONE = (2, 8, 16, 32, 48, 66, 86, 108, 128)  # decode rows in 128ths of the slots: see make_buckets
 
 
 def make_buckets(max_slots: int, max_step_tokens: int) -> tuple[Bucket, ...]:
     """Returns at most 17 buckets, spaced so that their padding costs little.
 
-    With many slots, ten have decode rows alone, since a full batch runs out row by row. Seven have prompt tokens. Four
-    of these serve a load that leaves most slots free, where most prompts are short and must not delay the decodes. The
-    others serve a batch that begins, and full slots: all or a quarter of the tokens that fit a step in which every slot
-    decodes. Their spacing gives conversations (experiments.qps) the least delay at steady loads, and the least waste
-    when all come at once. The scheduler does its part: it cuts prompts to sizes, and lets a few surplus rows wait.
+    With many slots, nine have decode rows alone, since a full batch runs out row by row. Up to eight have prompt
+    tokens: all that fit a step in which every slot decodes, a quarter of these, and few. Sizes with few tokens serve a
+    load that leaves most slots free. Its prompts are short, and must not delay decodes. The scheduler cuts prompts to
+    sizes, and lets a few surplus rows wait. The spacing was chosen by simulated and measured conversations
+    (experiments.qps), at steady loads and all at once.
 
     With few slots, there are five numbers of decode rows times three of tokens. The rows are all slots, fewer by
     factors of 2, 4 and 16, and one.
@@ -46,9 +48,11 @@ def make_buckets(max_slots: int, max_step_tokens: int) -> tuple[Bucket, ...]:
 
     if max_slots > FEW_SLOTS:
         few, more = min(quarter, FEW_SLOTS), min(quarter, 2 * FEW_SLOTS)
-        sizes = {size(part, 128, 0) for part in ALONE}
-        sizes |= {size(1, 8, few), size(1, 4, more), size(1, 2, more), size(1, 4, quarter)}
-        sizes |= {size(1, 1, quarter), size(3, 8, most), size(1, 1, most)}
+        between = _eights(isqrt(more * quarter)) if quarter > 4 * more else more
+        sizes = {size(1, 8, few), size(1, 4, more), size(1, 2, between), size(1, 4, quarter)}
+        sizes |= {size(5, 8, quarter), size(1, 1, quarter), size(1, 4, most), size(1, 1, most)}
+        sizes = {a for a in sizes if not any(a[0] < b[0] and a[1] == b[1] and sum(b) <= CHEAP for b in sizes)}
+        sizes |= {size(part, 128, 0) for part in ALONE}
     else:
         sizes = {size(1, n, c) for n in (1, 2, 4, 16, max_slots) for c in (0, quarter, most)}
     return tuple(Bucket(r, c, min(max_slots, c)) for r, c in sorted(sizes))

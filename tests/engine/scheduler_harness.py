@@ -214,6 +214,7 @@ class Loop:
         assert taking_part or oldest.length + oldest.in_flight == oldest.max_length, "the oldest is held up"
         left = limits.max_step_tokens - len(plan.decodes) * limits.short_rows
         left = min(left, limits.max_prompt_tokens) - chunk_tokens
+        left = left and not s.sizes.mixed  # for which prompts are cut
         if left and len(plan.chunks) < limits.max_chunks and len(plan.deltas) < limits.max_deltas and s.pool.num_free:
             assert all(not seq.prefilling for seq in s.running), "a prompt waits though there is room for it"
 

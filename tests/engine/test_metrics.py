@@ -152,13 +152,11 @@ def test_prompts_fill_sizes_or_wait_for_others_but_not_for_long():
 
 @pytest.mark.parametrize("slots", [128, 64])
 def test_prompts_are_cut_where_that_computes_the_fewest_rows(slots):
-    """First none decodes, then thirty. Of the two smallest sizes the second has rows for them."""
-    sizes = StepSizes(((8, 16), (32, 32), (32, 256), (128, 512)), (512,) if slots > FEW_SLOTS else ())
-    scheduler = Scheduler(Limits(slots, 640, 512, 64, 4, 4000, 400), sizes)
-    fill(scheduler, [1] * 30 + [10] * 10)
-    assert prompt_tokens(scheduler) == 130, "288 rows and 128 for the weights, not 5 times 64 and 128"
-    for seq in list(scheduler.running)[30:]:
-        scheduler.finish(seq, "length")
+    """Thirty decode. Of the two smallest sizes only the second has rows for them."""
+    sizes = StepSizes(((8, 64), (64, 64), (64, 448), (128, 1024)), (1024,) if slots > FEW_SLOTS else ())
+    scheduler = Scheduler(Limits(slots, 1152, 1024, 64, 4, 4000, 400), sizes)
+    fill(scheduler, [1] * 30)
+    assert prompt_tokens(scheduler) == 30
 
     def steps(*prompts: int) -> list[int]:
         fill(scheduler, prompts, tokens=1)  # they end at once
@@ -170,11 +168,19 @@ def test_prompts_are_cut_where_that_computes_the_fewest_rows(slots):
         return found
 
     assert steps(20) == [20]
-    assert steps(20, 50) == [32, 32, 6]  # 3 x 64 rows, not 288
-    assert steps(32 * 4) == [32] * 4  # 4 x 64 rows, not 288
-    assert steps(32 * 5) == [160]  # 288 rows, not 5 x 64
-    assert steps(400) == [256, 144], "576 rows, not 640"
-    assert steps(512) == [256, 256]
+    assert steps(20, 130) == [64, 64, 22]  # 3 x 128 rows, not 512
+    assert steps(64 * 4) == [64 * 4]  # as many rows in one step
+    assert steps(448 + 64) == [448, 64]  # 512 and 128 rows, not 1152
+    assert steps(1000) == [1000]  # 1152 rows, not 2 x 512 and 2 x 128
+
+
+def test_an_engine_that_others_hand_requests_computes_prompts_in_large_steps():
+    sizes = StepSizes(((128, 16), (128, 1024)))
+    scheduler = Scheduler(Limits(128, 1152, 1024, 64, 4, 4000, 400, block=4), sizes, most_joining=16)
+    fill(scheduler, [1] * 30)
+    prompt_tokens(scheduler)
+    fill(scheduler, [100])
+    assert prompt_tokens(scheduler) == 100
 
 
 def test_a_few_decodes_too_many_sit_out_in_turn():

@@ -7,6 +7,7 @@ import zlib
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 
@@ -16,6 +17,7 @@ from jllm.kv_policies.extent import OVERFLOWS, Extent
 from jllm.kv_policies.length import Longest, Oracle, Quantile
 from jllm.kv_policies.predicted import Predicted
 from jllm.kv_policies.reserve import Reserve
+from jllm.programs.sizes import StepSizes
 from tests.engine.scheduler_harness import Loop, output_of
 
 pytest.importorskip("hypothesis")
@@ -80,12 +82,14 @@ def policies(draw):
 
 
 class Machine(RuleBasedStateMachine):
-    """Requests come, run, stop, are aborted and lose their device in any order; reads are 0 or 1 steps late."""
+    """Requests come, run, stop, are aborted and lose their device in any order; reads are 0 or 1 steps late. Prompts
+    are cut to any sizes."""
 
-    @initialize(limits=limits(), data=st.data())
-    def start(self, limits, data):
+    @initialize(limits=limits(), data=st.data(), mixed=st.sets(st.tuples(st.integers(1, 4), st.integers(1, 12))))
+    def start(self, limits, data, mixed):
+        mock.patch("jllm.engine.scheduler.CHEAP", 1).start()
         policy, self.calm = data.draw(policies(), "policy")
-        self.loop = Loop(limits, partial(Scheduler, policy=policy))
+        self.loop = Loop(limits, partial(Scheduler, sizes=StepSizes(tuple(sorted(mixed))), policy=policy))
         self.priorities = data.draw(st.sampled_from([(0,), (0,), (0, 1), (-1, 0, 7)]), "priorities")
         self.add(data)
 
@@ -132,8 +136,11 @@ class Machine(RuleBasedStateMachine):
             assert not (self.calm and self.loop.scheduler.counts.preempted), "preempted though all was known before"
 
     def teardown(self):
-        if hasattr(self, "loop") and not isinstance(sys.exception(), Exception):  # else a rule failed: show that
-            self.loop.run()
+        try:
+            if hasattr(self, "loop") and not isinstance(sys.exception(), Exception):  # else a rule failed: show that
+                self.loop.run()
+        finally:
+            mock.patch.stopall()
 
 
 CONFIG = settings(

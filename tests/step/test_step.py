@@ -178,7 +178,7 @@ def test_prompts_are_scored_in_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("slots", "tokens"), [(512, 2048), (256, 1024), (104, 256), (64, 256), (16, 256), (4, 256), (1, 8)]
+    ("slots", "tokens"), [(512, 2048), (512, 16384), (256, 1024), (104, 256), (64, 256), (16, 256), (4, 256), (1, 8)]
 )
 def test_sizes_of_more_than_eight_rows_are_multiples_of_eight(slots, tokens):
     sizes = make_buckets(slots, tokens)
@@ -202,7 +202,7 @@ def test_the_buckets_holds_every_step():
     assert choose_bucket(BUCKETS, 65, 65, 1) == Bucket(128, 128, 128)
     assert choose_bucket(BUCKETS, 129, 1, 1) == Bucket(256, 128, 128)
     assert choose_bucket(BUCKETS, 460, 0, 0) == Bucket(512, 0, 0)
-    assert choose_bucket(BUCKETS, 300, 0, 0) == Bucket(360, 0, 0)
+    assert choose_bucket(BUCKETS, 300, 0, 0) == Bucket(344, 0, 0)
     assert choose_bucket((Bucket(4, 8, 1), Bucket(4, 16, 4)), 1, 2, 2) == Bucket(4, 16, 4)  # for its chunks
 
 
