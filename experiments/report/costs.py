@@ -37,7 +37,7 @@ def bits(results: Results) -> list[str]:
             said = of.get(kind, "prompts" if kind == PREFILL else "scoring prompts")
             parts.append(f"{said}{'' if kv == 'model' else f' in {kv}'} {_share(row['added'])}")
         told += [f"{row['model']}: {', '.join(parts)}" for row in [*found.values()][:1]]
-    return _row("the trainer's bits", told, *BITS, of=results)
+    return _row("`deterministic=True`: the trainer's bits", told, *BITS, of=results)
 
 
 def weights(results: Results) -> list[str]:
@@ -52,7 +52,8 @@ def weights(results: Results) -> list[str]:
     for row in results.rows(TRAINING, cost="training"):
         told.append(
             f"{row['model']} with Adam in float32: {row['trained_tokens_s']:,} tokens a second trained, "
-            f"{row['drawn_tokens_s']:,} drawn, {_figure(row['between_ms'])} ms between, {row['peak_gb']:.0f} GB at most"
+            f"{row['drawn_tokens_s']:,} sampled, {_figure(row['between_ms'])} ms to switch, "
+            f"{row['peak_gb']:.0f} GB at the peak"
         )
     return _row("other weights", told, UPDATE, TRAINING, of=results)
 
@@ -73,7 +74,7 @@ def own_arrays(results: Results) -> list[str]:
         told.append(f"adapters on all linear layers{size}: {', '.join(parts)}")
     for row in results.rows("engine_costs", cost="steering"):
         told.append(f"steering {row['batch']} requests, each by its own vector {_share(row['added'])}")
-    return _row("arrays of a request's own", told, "adapter_steps", "engine_costs", of=results)
+    return _row("adapters and steering by request", told, "adapter_steps", "engine_costs", of=results)
 
 
 def experts(results: Results) -> list[str]:

@@ -94,7 +94,7 @@ def _peer_color(name: str) -> str:
 def draw_requests(figure: Any, results: Results) -> None:
     """Draws a bar for each system, the fastest on top. Repeated runs have 95 % intervals."""
     on = of_steps(results)
-    axes, rows = figure.subplots(), requests_rows(on)[::-1]
+    axes, rows = figure.subplots(), [row for row in requests_rows(on)[::-1] if "replicas" not in row["name"]]
     colors = [OURS if row["name"].startswith("jllm") else _peer_color(row["name"]) for row in rows]
     axes.barh(range(len(rows)), [row["qps"] for row in rows], 0.62, color=colors)
     for i, row in enumerate(rows):

@@ -33,8 +33,8 @@ def make_buckets(max_slots: int, max_step_tokens: int) -> tuple[Bucket, ...]:
     sizes, and lets a few surplus rows wait. The spacing was chosen by simulated and measured conversations
     (experiments.qps), at steady loads and all at once.
 
-    With few slots, there are five numbers of decode rows times three of tokens. The rows are all slots, fewer by
-    factors of 2, 4 and 16, and one.
+    With few slots, five have decode rows alone: all slots, fewer by factors of 2, 4 and 16, and one. For each number of
+    prompt tokens there are all slots, and a quarter of them.
 
     Sizes of more than eight rows are multiples of eight if the arguments are, and the second is larger. Hopper's
     products pad other sizes, with a pass each.
@@ -46,15 +46,16 @@ def make_buckets(max_slots: int, max_step_tokens: int) -> tuple[Bucket, ...]:
         rows = max(1, -(-max_slots * part // parts))
         return min(max_slots, _eights(rows + tokens) - tokens), tokens
 
+    few, more = min(quarter, FEW_SLOTS), min(quarter, 2 * FEW_SLOTS)
     if max_slots > FEW_SLOTS:
-        few, more = min(quarter, FEW_SLOTS), min(quarter, 2 * FEW_SLOTS)
         between = _eights(isqrt(more * quarter)) if quarter > 4 * more else more
         sizes = {size(1, 8, few), size(1, 4, more), size(1, 2, between), size(1, 4, quarter)}
         sizes |= {size(5, 8, quarter), size(1, 1, quarter), size(1, 4, most), size(1, 1, most)}
         sizes = {a for a in sizes if not any(a[0] < b[0] and a[1] == b[1] and sum(b) <= CHEAP for b in sizes)}
         sizes |= {size(part, 128, 0) for part in ALONE}
     else:
-        sizes = {size(1, n, c) for n in (1, 2, 4, 16, max_slots) for c in (0, quarter, most)}
+        sizes = {size(1, n, 0) for n in (1, 2, 4, 16, max_slots)}
+        sizes |= {size(1, n, c) for n in (1, 4) for c in (few if quarter > more else quarter, quarter, most)}
     return tuple(Bucket(r, c, min(max_slots, c)) for r, c in sorted(sizes))
 
 

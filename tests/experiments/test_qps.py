@@ -163,18 +163,18 @@ def test_the_whole_workload_without_a_device(tmp_path, capsys):
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     last = document["rows"][-1]
     assert last["requests"] == 1024
-    assert last["slack"] < 0.03
+    assert last["slack"] < 0.05
     assert last["floor_s"] == pytest.approx(23.8 * 4.41 / 4.55, rel=0.01)
     assert {bar["name"].split(", ")[-1] for bar in document["bars"]} >= {"ladder slack"}
 
 
 def test_a_pool_that_the_workload_fills_wastes_few_rows(tmp_path, capsys):
     """Prompts that wait for pages, not for slots, begin no step that they can't fill. The pool is an H200's where JAX
-    takes three quarters of its memory; the buckets are for batches that slots bound, hence more than 3 %."""
+    takes three quarters of its memory; the buckets are for batches that slots bound, hence more than 5 %."""
     command = ["--host-only", "--repeats", "1", "--warmup", "0", "--pages", "10324", "--results", str(tmp_path)]
     assert main([*command, "--json"]) == 0
     row = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"][-1]
-    assert row["slack"] < 0.06
+    assert row["slack"] < 0.08
     assert row["preemptions"] == 0
 
 
