@@ -14,6 +14,7 @@ from jllm.files.run_identity import differing
 from pallas_kernels.bench import result_file
 from pallas_kernels.bench.bars import bar as bar
 from pallas_kernels.bench.command import interruptible
+from pallas_kernels.bench.result_file import result_at
 
 Row = dict[str, Any]
 Bars = Callable[[list[Row]], Iterable[Row]]  # from all rows
@@ -70,14 +71,14 @@ class ResumedFile(ResultFile):
             self.fill(rows(self.before), bars)
 
     def _begin(self) -> None:
-        if (found := _read(self.path)) and found["rows"] and (names := differing(_decides(found), self._decides)):
+        if (found := result_at(self.path)) and found["rows"] and (names := differing(_decides(found), self._decides)):
             raise OutputError(
                 f"{self.path}: has rows of another run ({', '.join(names[:3])} differ): give this one a --label, or "
                 "other --results, or remove that file"
             )
         pattern = f"{self.document['experiment']}-{'[0-9]' * 8}-*.json"
         for file in sorted(self.path.parent.glob(pattern), reverse=True):
-            if (found := _read(file)) and _decides(found) == self._decides:
+            if (found := result_at(file)) and _decides(found) == self._decides:
                 self.before = [] if found["complete"] else found["rows"]
                 return
 
@@ -97,15 +98,6 @@ def _decides(document: Row) -> Row:
     """Returns what two runs must share to reuse each other's rows."""
     named = {"command": document["command"], "versions": document["versions"]}
     return named | document.get("run", {})
-
-
-def _read(path: Path) -> Row | None:
-    """Returns a result, or None for any other file."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        return document if {"command", "versions", "complete", "rows"} <= document.keys() else None
-    except (OSError, ValueError, AttributeError):
-        return None
 
 
 def command_line(experiment: str, argv: Sequence[str] | None) -> list[str]:

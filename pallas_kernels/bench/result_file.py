@@ -25,8 +25,8 @@ FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/'\":]+/)+")  # of an absolute path, 
 
 class ResultFile(contextlib.AbstractContextManager):
     """Writes `{experiment}[-{label}]-{YYYYMMDD}-{device}.json` in a directory. Within its `with` block the file is
-    incomplete, rewritten with every row, and written by no other process. Raises `error`, an OSError, if it cannot be
-    written, or if another process writes it."""
+    incomplete, rewritten with every row, and written by no other process. An earlier file with rows is kept until the
+    first row. Raises `error`, an OSError, if it cannot be written, or if another process writes it."""
 
     packages: ClassVar[tuple[str, ...]] = ("jax", "jaxlib", "numpy")  # whose versions are kept
     error: ClassVar[type[OSError]] = OSError
@@ -91,9 +91,12 @@ class ResultFile(contextlib.AbstractContextManager):
         self._write()
 
     def _left(self) -> str:
-        return f"{self.path} has the rows so far ({len(self.document['rows'])})"
+        rows = len(self.document["rows"])
+        return f"{self.path} has the rows so far ({rows})" if rows else "no row was finished"
 
     def _write(self) -> None:
+        if not self.document["rows"] and (found := result_at(self.path)) and found["rows"]:
+            return
         body = ",\n".join(f"  {json.dumps(key)}: {_layout(value)}" for key, value in self.document.items())
         partial = self.path.with_suffix(".partial")
         try:
@@ -101,6 +104,15 @@ class ResultFile(contextlib.AbstractContextManager):
             os.replace(partial, self.path)
         except OSError as error:
             raise self.error(f"{self.path}: cannot be written: {error.strerror}") from None
+
+
+def result_at(path: Path) -> dict[str, Any] | None:
+    """Returns a result, or None for any other file."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        return document if {"command", "versions", "complete", "rows"} <= document.keys() else None
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def commit_of(checkout: Path) -> str | None:

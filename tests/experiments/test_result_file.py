@@ -151,6 +151,26 @@ def test_a_run_of_an_earlier_day_is_gone_on_with(tmp_path):
     assert resumed(tmp_path, ours)[0] == []
 
 
+def test_rows_are_kept_until_another_run_has_one(tmp_path, capsys):
+    @interruptible
+    def main(ends):
+        with ResultFile(tmp_path, "x", ["python"]) as result:
+            if ends:
+                result.finish(bars=[], complete=True)
+            raise KeyboardInterrupt
+
+    with ResultFile(tmp_path, "x", ["python"]) as first:
+        first.add({"step": 1})
+    kept = first.path.read_text()
+    assert [main(ends) for ends in (False, True)] == [130, 130]
+    assert first.path.read_text() == kept
+    assert capsys.readouterr().err == 2 * "interrupted; no row was finished\n"
+    with ResultFile(tmp_path, "x", ["python"]) as second:
+        assert first.path.read_text() == kept
+        second.add({"step": 2})
+        assert json.loads(first.path.read_text())["rows"] == [{"step": 2}]
+
+
 @pytest.mark.parametrize(("kind", "error"), [(ResultFile, OSError), (experiments.result_file.ResultFile, OutputError)])
 def test_says_where_it_cannot_be_written(tmp_path, monkeypatch, kind, error):
     monkeypatch.setattr(kind, "packages", ("jax",))
