@@ -34,11 +34,12 @@ def make_app(
     """Returns the application. key: the API key that clients must send (None: no key). deadline: seconds after which a
     request is cut. updates: what takes other weights (None: nothing does)."""
     exporter = Exporter(engine.metrics)
+    models = {name: _model(name, served, engine.vocab_size) for name in served.models}
     endpoints: dict[str, ASGIApp] = {
         "/v1/completions": Generate(engine, served, completion, deadline, limits),
         "/v1/chat/completions": Generate(engine, served, chat, deadline, limits),
         "/v1/responses": Generate(engine, served, response, deadline, limits),
-        "/v1/models": Get(lambda: {"object": "list", "data": [_model(name, served) for name in served.models]}),
+        "/v1/models": Get(lambda: {"object": "list", "data": [*models.values()]}),
         "/tokenize": Post(lambda body: _tokens(tokenize(body, served), served), limits),
         "/detokenize": Post(lambda body: {"prompt": detokenize(body, served)}, limits),
         "/tokenizer_info": Get(lambda: _tokenizer_info(served)),
@@ -48,8 +49,8 @@ def make_app(
     if updates is not None:
         endpoints["/v1/update"] = Post(updates, limits)
     routes = [Route(path, endpoint) for path, endpoint in endpoints.items()]
-    routes.append(Route(f"{MODEL}{{name:path}}", OneModel(served)))
-    paths = frozenset([*endpoints, *(f"{MODEL}{name}" for name in served.models)])
+    routes.append(Route(f"{MODEL}{{name:path}}", OneModel(models)))
+    paths = frozenset([*endpoints, *(f"{MODEL}{name}" for name in models)])
     return Guard(Router(routes, redirect_slashes=False), key, limits, paths, exporter.count)
 
 
@@ -132,12 +133,12 @@ class Get:
 class OneModel:
     """Is the GET endpoint of each model by its name, which may hold slashes."""
 
-    def __init__(self, served: Served):
-        self._served = served
+    def __init__(self, models: Mapping[str, object]):
+        self._models = models
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         _check_get(scope)
-        await send_json(send, _model(scope["path_params"]["name"], self._served))
+        await send_json(send, self._models[scope["path_params"]["name"]])
 
 
 class Post:
@@ -174,8 +175,9 @@ def _event(chunk: Mapping[str, object]) -> bytes:
     return kind.encode() + b"data: " + text.encode("utf-8", "replace") + b"\n\n"
 
 
-def _model(name: str, served: Served) -> dict[str, object]:
-    found = {"id": name, "object": "model", "created": 0, "owned_by": "jllm", "max_model_len": served.context}
+def _model(name: str, served: Served, vocab_size: int) -> dict[str, object]:
+    found: dict[str, object] = {"id": name, "object": "model", "created": 0, "owned_by": "jllm"}
+    found |= {"max_model_len": served.context, "vocab_size": vocab_size}
     return found if name == served.name else found | {"parent": served.name}
 
 

@@ -116,6 +116,7 @@ class AsyncEngine:
         self.check, self.metrics, self.update = engine.check, engine.metrics, engine.update
         self.check_inputs = engine.check_inputs
         self.most_tokens = engine.most_tokens  # of one sample, its prompt included
+        self.vocab_size = engine.vocab_size
         self._engine, self._loop = engine, asyncio.get_running_loop()
         self._guides, self._guides_waiting = ThreadPoolExecutor(MOST, "guides"), 0
         self._open: set[Stream] = set()  # streams whose requests have not ended

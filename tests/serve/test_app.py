@@ -692,6 +692,12 @@ def test_what_is_too_long_has_the_code_that_clients_look_for(model, cases, optio
     run(model, work, options=options)
 
 
+def test_more_tokens_than_the_context_has_room_for_are_cut(small_app):
+    status, found = small_app(COMPLETIONS, {"prompt": [5] * 40, "max_tokens": 1000, "ignore_eos": True})
+    assert (status, found["usage"]["completion_tokens"]) == (200, 8)
+    assert found["choices"][0]["finish_reason"] == "length"
+
+
 def test_adapters_are_models_of_their_own_name(model):
     adapter = jllm.init_adapter(model.config, jax.random.key(0), 2)
     adapter = {name: replace(each, b=jnp.ones_like(each.b)) for name, each in adapter.items()}
@@ -804,8 +810,9 @@ def test_guides_that_wait_at_the_end_are_told(model, monkeypatch):
     assert run(model, work) == (429, 503, [400, 400, 503, 503, 503])
 
 
-def test_the_model_by_its_name(small_app):
+def test_the_model_by_its_name(small_app, model):
     (listed,) = small_app("/v1/models")[1]["data"]
+    assert (listed["max_model_len"], listed["vocab_size"]) == (model.config.context, model.config.vocab_size)
     assert small_app("/v1/models/small") == (200, listed)
     assert small_app("/v1/models/large")[0] == 404
 
