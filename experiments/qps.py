@@ -7,7 +7,7 @@
     python -m experiments.qps --replicas 0 1 2 --update --kill   # the two also take other weights, and one is killed
     python -m experiments.qps --replicas 1 2 --devices 2    # one engine on a mesh of two devices, then two on four
     python -m experiments.qps --host-only                   # no device: the slack of the schedule, the work of the host
-    JAX_PLATFORMS=cpu python -m experiments.qps --url http://localhost:8000/v1 --stream   # of a server of jllm.serve
+    JAX_PLATFORMS=cpu python -m experiments.qps --url http://localhost:8000/v1 --requests 26   # of python -m jllm.serve
 
 The workload has 1,024 prompts of random tokens, with given lengths of prompts and outputs. The sampled tokens do not
 change the work. All requests start at once, or arrive at --rate by a Poisson process with a fixed seed. Everything is
@@ -23,6 +23,9 @@ The limits of an engine's devices add up. Each replica has the workload once. Th
 process of its own, so that the main one opens no GPU. All engines of a run have one folder of compiled steps, which is
 `steps` in JAX_COMPILATION_CACHE_DIR if that is set. JAX's own cache is off. --batching static, --prefill padded,
 --sampling sort and --host wait each remove one idea.
+
+With --url the server's GET /v1/models tells its vocabulary and context. A server of the bundled model has room for the
+first 26 requests of the default workload. The variable JLLM_API_KEY has the server's key.
 """
 
 import argparse
@@ -51,10 +54,11 @@ from experiments.serving.changes import kill, update
 from experiments.serving.engines import MEMORY, make_engine, make_model, rehearse, sampling_of
 from experiments.serving.over_http import measure_url
 from experiments.serving.run import run_once, warm_up
-from experiments.serving.workload import WORKLOAD, Request, Row, read_workload, summary
+from experiments.serving.workload import FORMAT, WORKLOAD, Request, Row, read_workload, summary
 from experiments.steps import peers
 from experiments.steps.bars import OWN, of_own_kernels
 from experiments.steps.floors import make_floors, token_bytes, workload_seconds
+from experiments.steps.timer import stopwatch
 from experiments.steps.words import ENDLESS
 from jllm.distributed.replicas import Replicas
 from jllm.engine.kv_policy import KV_POLICIES
@@ -119,11 +123,7 @@ def measure_one(model: Model, requests: list[Request], args: argparse.Namespace,
         **({} if args.workload == WORKLOAD else {"workload": args.workload.stem}),
     }  # fmt: skip
     engine = make_engine(model, args, backend=None if backend == OWN[0] else backend)
-    start = time.perf_counter()
-
-    def note(text: str) -> None:
-        print(f"{time.perf_counter() - start:.0f} s: {text}", file=sys.stderr, flush=True)
-
+    start, note = time.perf_counter(), stopwatch()
     guided = args.guided or 0.0
     like = [sampling, replace(sampling, guide=ENDLESS, ignore_eos=False)] if guided else [sampling]
     compiled = engine.compile_ahead(like)
@@ -215,14 +215,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--config",
         default="configs/llama-2-7b.json",
-        help="file with the shape (a config.json) of a model with random weights",
+        help="file with the shape (a config.json) of a model with random weights; with --url: of the vocabulary, if "
+        "the server does not tell it",
     )
     parser.add_argument("--model", help="directory or id of a model, instead of random weights")
     parser.add_argument("--dtype", type=dtype_name, default="bfloat16", help="dtype of random weights")
     parser.add_argument("--quantize", type=known_scheme, help="scheme of the weights")
-    parser.add_argument(
-        "--workload", type=Path, default=WORKLOAD, help="JSON file of requests [prompt, output] in tokens"
-    )
+    parser.add_argument("--workload", type=Path, default=WORKLOAD, help=f"JSON file {FORMAT}, in tokens")
     parser.add_argument("--requests", type=positive, help="number of requests, from the first on")
     parser.add_argument(
         "--rate", type=positive_number, help="requests per second of Poisson arrivals (default: all at once)"

@@ -15,6 +15,7 @@ from jllm.errors import InputFileError
 
 Row = dict[str, Any]
 WORKLOAD = Path(__file__).parents[1] / "workloads" / "ppl_samples_1024.json"
+FORMAT = '{"requests": [[prompt, output], ..]}'  # of a workload's file
 FIRST_TOKEN, EACH_TOKEN = 2.0, 0.050  # seconds: the limits of goodput
 PERCENTILES = (50, 90, 99)
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, two-sided, 1 .. 9 degrees
@@ -49,7 +50,7 @@ def read_workload(path: Path, count: int | None, rate: float | None, seed: int) 
     try:
         lengths = [(int(p), int(o)) for p, o in json.loads(path.read_text(encoding="utf-8-sig"))["requests"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputFileError(f"{path}: not a workload with requests [prompt, output]: {error}") from None
+        raise InputFileError(f"{path}: not a workload {FORMAT}: {error}") from None
     lengths = lengths[:count]
     if not lengths or min(min(pair) for pair in lengths) < 1:
         raise InputFileError(f"{path}: a workload needs requests, each of at least 1 prompt and 1 output token")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.serving.workload import FORMAT
 from jllm.errors import InputFileError
 
 WORKLOADS = Path(__file__).parents[1] / "workloads"
@@ -51,7 +52,7 @@ def read_workload(name: str) -> Workload:
         try:
             pairs = [(p, o, []) for p, o in json.loads(text)["requests"]]
         except (ValueError, KeyError, TypeError) as error:
-            raise InputFileError(f"{path}: not a workload with requests [prompt, output]: {error}") from None
+            raise InputFileError(f"{path}: not a workload {FORMAT}: {error}") from None
     if not pairs:
         raise InputFileError(f"{path}: a workload needs requests")
     samples = tuple(_sample(f"{path}: request {i}", *pair) for i, pair in enumerate(pairs, 1))

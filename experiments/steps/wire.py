@@ -1,6 +1,7 @@
 """Sends the workload over HTTP. Each request has its own connection to a server of the OpenAI API."""
 
 import asyncio
+import http.client
 import json
 import time
 from collections.abc import Sequence
@@ -37,15 +38,43 @@ class Target:
         parts = urlsplit(url)
         try:
             if parts.scheme == "http" and parts.hostname:
-                return cls(parts.hostname, parts.port or 80, parts.path.rstrip("/") + "/completions", key)
+                return cls(parts.hostname, parts.port or 80, parts.path.rstrip("/"), key)
         except ValueError:
             pass  # an invalid port
         raise ConfigError(f"--url must be like http://localhost:8000/v1, not {url}")
 
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+
+    def limits(self) -> tuple[int | None, int | None]:
+        """Returns the vocabulary and the context of the server's first model. Each is None if the server does not tell
+        it. Raises RequestError if there is no server, and ConfigError for a path that it does not have."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
+        try:
+            connection.request("GET", f"{self.path}/models", headers=self.headers)
+            answer = connection.getresponse()
+            status, body = answer.status, answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise self.silent(error) from None
+        finally:
+            connection.close()
+        if status == 404 and not self.path.endswith("/v1"):
+            raise ConfigError(f"--url must end in /v1: the server answered 404 to GET {self.path}/models")
+        try:
+            first = json.loads(body)["data"][0]
+            return first.get("vocab_size"), first.get("max_model_len")
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return None, None
+
+    def silent(self, error: Exception) -> RequestError:
+        """Returns the error of a server that does not answer."""
+        return RequestError(f"no answer from {self.host} port {self.port}: {error}")
+
     def request(self, body: dict[str, Any]) -> bytes:
         data = json.dumps(body).encode()
-        key = f"Authorization: Bearer {self.key}\r\n" if self.key else ""
-        head = f"POST {self.path} HTTP/1.1\r\nHost: {self.host}\r\nConnection: close\r\n{key}"
+        key = "".join(f"{name}: {value}\r\n" for name, value in self.headers.items())
+        head = f"POST {self.path}/completions HTTP/1.1\r\nHost: {self.host}\r\nConnection: close\r\n{key}"
         return f"{head}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
 
 
@@ -94,5 +123,5 @@ async def serve(
     try:
         answers = await asyncio.gather(*(one(data, o, at) for data, (_, o, at) in zip(datas, requests)))
     except (OSError, EOFError) as error:
-        raise RequestError(f"no answer from {target.host} port {target.port}: {error}") from None
+        raise target.silent(error) from None
     return answers, time.perf_counter() - start

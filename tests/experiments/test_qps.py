@@ -67,10 +67,17 @@ def test_arrivals_are_those_of_the_seed():
     assert 1023 / poisson[-1].arrival == pytest.approx(20, rel=0.1)
 
 
-@pytest.mark.parametrize("text", ["{", "{}", '{"requests": [[1]]}', '{"requests": []}', '{"requests": [[0, 4]]}'])
-def test_what_is_no_workload_is_refused(tmp_path, text):
+@pytest.mark.parametrize("text", ["{", "{}", "[[5, 6]]", '{"requests": [[1]]}'])
+def test_what_is_no_workload_is_refused_with_the_format(tmp_path, text):
     (tmp_path / "w.json").write_text(text)
-    with pytest.raises(InputFileError, match=r"w\.json"):
+    with pytest.raises(InputFileError, match=r'w\.json: not a workload {"requests": \[\[prompt, output\], \.\.\]}: '):
+        read_workload(tmp_path / "w.json", None, None, 0)
+
+
+@pytest.mark.parametrize("text", ['{"requests": []}', '{"requests": [[0, 4]]}'])
+def test_a_workload_without_tokens_is_refused(tmp_path, text):
+    (tmp_path / "w.json").write_text(text)
+    with pytest.raises(InputFileError, match=r"w\.json: a workload needs requests, each of at least 1 prompt"):
         read_workload(tmp_path / "w.json", None, None, 0)
 
 
