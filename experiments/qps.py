@@ -191,7 +191,7 @@ def bars(rows: Sequence[Row]) -> Iterator[Row]:
             yield bar(f"{where}, times as many as vLLM", round(times, 3), "1", found[1])
     if "triton" in last:
         yield bar(f"{where}, triton over the default", round(last["triton"]["qps"] / row["qps"], 3), "1", TRITON)
-    yield bar(f"{where}, ladder slack", row["slack"], "1", 0.05, most=True)
+    yield bar(f"{where}, ladder slack", row["slack"], "1", 0.06, most=True)
 
 
 def replica_bars(row: Row, rows: Sequence[Row]) -> Iterator[Row]:

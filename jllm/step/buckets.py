@@ -21,13 +21,13 @@ class Bucket:
 
 FEW_SLOTS = 64  # up to here rows cost a GPU no more than one row: reading the weights takes longer
 CHEAP = 2 * FEW_SLOTS  # up to here they cost little more
-ALONE = (2, 8, 16, 32, 48, 66, 86, 108, 128)  # decode rows in 128ths of the slots: see make_buckets
+ALONE = (2, 8, 16, 32, 52, 78, 104, 128)  # decode rows in 128ths of the slots: see make_buckets
 
 
 def make_buckets(max_slots: int, max_step_tokens: int) -> tuple[Bucket, ...]:
     """Returns at most 17 buckets, spaced so that their padding costs little.
 
-    With many slots, nine have decode rows alone, since a full batch runs out row by row. Up to eight have prompt
+    With many slots, eight have decode rows alone, since a full batch runs out row by row. Up to nine have prompt
     tokens: all that fit a step in which every slot decodes, a quarter of these, and few. Sizes with few tokens serve a
     load that leaves most slots free. Its prompts are short, and must not delay decodes. The scheduler cuts prompts to
     sizes, and lets a few surplus rows wait. The spacing was chosen by simulated and measured conversations
@@ -50,7 +50,7 @@ def make_buckets(max_slots: int, max_step_tokens: int) -> tuple[Bucket, ...]:
     if max_slots > FEW_SLOTS:
         between = _eights(isqrt(more * quarter)) if quarter > 4 * more else more
         sizes = {size(1, 8, few), size(1, 4, more), size(1, 2, between), size(1, 4, quarter)}
-        sizes |= {size(5, 8, quarter), size(1, 1, quarter), size(1, 4, most), size(1, 1, most)}
+        sizes |= {size(part, 8, tokens) for part in (5, 8) for tokens in (quarter, most)} | {size(1, 4, most)}
         sizes = {a for a in sizes if not any(a[0] < b[0] and a[1] == b[1] and sum(b) <= CHEAP for b in sizes)}
         sizes |= {size(part, 128, 0) for part in ALONE}
     else:

@@ -202,7 +202,7 @@ def test_the_buckets_holds_every_step():
     assert choose_bucket(BUCKETS, 65, 65, 1) == Bucket(128, 128, 128)
     assert choose_bucket(BUCKETS, 129, 1, 1) == Bucket(256, 128, 128)
     assert choose_bucket(BUCKETS, 460, 0, 0) == Bucket(512, 0, 0)
-    assert choose_bucket(BUCKETS, 300, 0, 0) == Bucket(344, 0, 0)
+    assert choose_bucket(BUCKETS, 300, 0, 0) == Bucket(312, 0, 0)
     assert choose_bucket((Bucket(4, 8, 1), Bucket(4, 16, 4)), 1, 2, 2) == Bucket(4, 16, 4)  # for its chunks
 
 
