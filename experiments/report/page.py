@@ -80,10 +80,10 @@ def summary(results: Results) -> Iterator[str]:
         if ours and floor:
             limits.append(f"{_range(over(floor, ours.ms))} {said}")
     gpu = short(of_steps(results).device).split()[0]
-    said = [f"LLaMA-2-7B's decode steps on one {gpu} are {', '.join(theirs)} as fast as vLLM's."] if theirs else []
-    said += [f"LLaMA-2-7B's decode steps reach {', '.join(limits)} of the hardware's limit."] if limits else []
-    if said:
-        lines.append(" ".join(said))
+    first = [f"LLaMA-2-7B's decode steps on one {gpu} are {', '.join(theirs)} as fast as vLLM's."] if theirs else []
+    first += [f"LLaMA-2-7B's decode steps reach {', '.join(limits)} of the hardware's limit."] if limits else []
+    if first:
+        lines.append(" ".join(first))
     for on, (model, named) in _compared(results):
         parts = [
             f"{one} {row['qps']:.1f} vs. {other} {vllm['qps']:.1f} ({_more(row, vllm)})"
@@ -156,17 +156,17 @@ def behind(results: Results) -> Iterator[str]:
     if reached:
         lines.append(" ".join(reached))
     if short_steps := [(row["short"], row["name"]) for row in floor_shares(results) if "short" in row]:
-        share, name = min(short_steps, key=lambda each: each[0][1])
+        ends, name = min(short_steps, key=lambda each: each[0][1])
         lines.append(
-            f"Decode steps of {name}, reach {_range(share)} of it. An engine of a small model waits for the host."
+            f"Decode steps of {name}, reach {_range(ends)} of it. An engine of a small model waits for the host."
         )
     lines += dearest_bits(results)
     one = SYSTEMS["jllm bf16"]
     if more := times_as_many(results.on(H200), f"{one}, 4 replicas", one):
         lines.append(f"Four engines in one process serve {more:.2f} times the requests of one, not 4 times, on H200s.")
-    if share := times_as_many(results, f"{one}, triton", one):
+    if part := times_as_many(results, f"{one}, triton", one):
         lines.append(
-            f"Triton's kernels serve {share:.0%} of the requests that Mosaic's do. They have run on no GPU older than "
+            f"Triton's kernels serve {part:.0%} of the requests that Mosaic's do. They have run on no GPU older than "
             "Hopper."
         )
     if lines:
@@ -237,14 +237,19 @@ def decode(results: Results) -> Iterator[str]:
     alone = [] if of_engines(on) else ["jllm's"]
     alone += ["PyTorch's"] if any(each.name == "PyTorch" for each in columns) else []
     apart = f"{' and '.join(alone)} steps follow each other without an engine. " if alone else ""
-    apart += "jllm's and vLLM's are their engines'" if of_engines(on) else "vLLM's are its engine's"
+    apart += f"{"jllm's and vLLM's" if of_engines(on) else "vLLM's"} are an engine's"
+    shown, gpu = {each.name for each in columns}, short(results.device).split()[0]
+    for each in (each for series in decode_series(results).values() for each in series):
+        if each.source and each.ours and each.name not in shown:
+            low, high = over(each, each.ours)
+            apart += f". On one {gpu} {each.name} takes {low:.2f} to {high:.2f} times our steps"
+            apart += f" ([file](results/{each.source.name}))"
     yield (
         "LLaMA-2-7B has 8 tokens in and 256 out. The floor is the time of its bytes and operations at the device's "
         f"best rates: {rates.bandwidth / 1e12:.2f} TB/s and {rates.peaks[None] / 1e12:.0f} TFLOP/s in 16 bits. "
         f"[Devices](../configs/devices) have the rest.{held} Files of peers: {', '.join(sources)}. [Their "
-        f"scripts](peers/README.md) say how they run. A peer's step is its fastest variant's. {apart}, with a few more "
-        "tokens of K and V. PPL.LLM published its steps on an H800. They are scaled by the bandwidths of both data "
-        "sheets.\n"
+        f"scripts](peers/README.md) say how they run. A peer's step is its fastest variant's. {apart}. PPL.LLM "
+        "published its steps on an H800. They are scaled by the bandwidths of both data sheets.\n"
         "![Decode steps by batch, against floors and peers](results/summary-decode.svg)"
     )
     cells = [[str(b), *(f"{each.ms[b]:.2f}" if b in each.ms else "" for each in columns)] for b in BATCHES]
