@@ -74,7 +74,9 @@ def _prepare(args: argparse.Namespace) -> "tuple[Tokenizer | None, Engine | Repl
     options = {name: getattr(args, name) for name in ENGINE_FLAGS if getattr(args, name) is not None}
     cache = compile_cache(args)
     engine = make_engine(model, folder, args, **options, **hooks_of(args), executables=cache)
-    engine.compile_ahead(wait=False)
+    sizes, made = engine.compile_ahead(wait=False), engine.metrics()
+    if made["compile_programs"] + made["compile_loaded"] < sizes:
+        _note("smaller sizes of steps compile while requests are served: the first answers are slower")
     updates = None
     if args.updates is not None:
         from jllm.model.model import Model
