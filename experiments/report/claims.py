@@ -15,8 +15,8 @@ def claims_table(entries: Iterable[Entry]) -> Iterator[str]:
     if cells:
         yield (
             "Direction says whether the claimed effect is there in most cases. Size says whether it is as large as "
-            "stated: `mostly` means in most cases, and `more` means larger. Both are `open` within noise. A claim "
-            "links to the file that answers it."
+            "stated: `mostly` means in most cases, and `more` means larger. `open`: noise does not let us decide. A "
+            "claim links to the file that answers it."
         )
         yield markdown(COLUMNS, cells)
 

@@ -1,6 +1,5 @@
 """Writes the text of RESULTS.md, with values from the newest files, and claims with their files' verdicts."""
 
-import re
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -139,27 +138,31 @@ def rewards(results: Results) -> Iterator[str]:
 def behind(results: Results) -> Iterator[str]:
     """Yields sentences about peers or hardware limits that are ahead."""
     lines, decode = [], decode_series(of_steps(results))
-    for strip in strips(results):
-        times = [1 / each for cell in strip.cells.values() for each in cell]
-        if "attention" in strip.kernel and max(times) >= BEHIND:
-            gpu = short(strip.device).split()[0]
-            what = re.sub(r", 32/(\d+)", r" with 32 query and \1 KV heads", strip.kernel)
-            lines.append(f"Our {what} takes up to {max(times):.2f} times the time of {strip.peer} on one {gpu}.")
+    for kind in ("decode attention", "prefill attention"):
+        worst: dict[str, tuple[float, str]] = {}
+        for strip in (strip for strip in strips(results) if strip.kernel.startswith(kind)):
+            times = max(1 / each for cell in strip.cells.values() for each in cell)
+            if times >= max(BEHIND, worst.get(strip.peer, (0.0, ""))[0]):
+                worst[strip.peer] = times, short(strip.device).split()[0]
+        if worst:
+            said = (f"{times:.2f} times that of {peer} on one {gpu}" for peer, (times, gpu) in worst.items())
+            lines.append(f"The time of our {kind} is up to {', '.join(said)}.")
     ours, floor = _of(decode, BF16, f"jllm {BF16}"), _of(decode, BF16, f"floor, {BF16}")
     reached = []
-    if ours and floor and (batch := max((batch for batch in ours.ms if batch in BATCHES), default=None)):
-        share = floor.ms[batch] / ours.ms[batch]
-        reached.append(f"LLaMA-2-7B's bf16 step at batch {batch} reaches {share:.0%} of the limit.")
+    if (
+        ours
+        and floor
+        and (shares := {batch: floor.ms[batch] / ours.ms[batch] for batch in BATCHES if batch in ours.ms})
+    ):
+        batch = min(shares, key=lambda batch: shares[batch])
+        reached.append(f"LLaMA-2-7B's bf16 step reaches {shares[batch]:.0%} of the limit at batch {batch}.")
     if prefill := [row["prefill"] for row in floor_shares(results) if "prefill" in row]:
         low, high = min(low for low, _ in prefill), max(high for _, high in prefill)
         reached.append(f"Prefill of 1,024 tokens or more reaches {low:.0%} to {high:.0%} of it.")
     if reached:
         lines.append(" ".join(reached))
-    if short_steps := [(row["short"], row["name"]) for row in floor_shares(results) if "short" in row]:
-        ends, name = min(short_steps, key=lambda each: each[0][1])
-        lines.append(
-            f"Decode steps of {name}, reach {_range(ends)} of it. An engine of a small model waits for the host."
-        )
+    if least := sorted((row["short"], row["name"]) for row in floor_shares(results) if "short" in row)[:2]:
+        lines.append(f"Farthest from it are {', '.join(f'{name} ({_range(ends)})' for ends, name in least)}.")
     lines += dearest_bits(results)
     one = SYSTEMS["jllm bf16"]
     if more := times_as_many(results.on(H200), f"{one}, 4 replicas", one):
@@ -230,25 +233,25 @@ def decode(results: Results) -> Iterator[str]:
     rates, held = ceilings_of(on.device), ""
     if rates.sustained is not None:
         held = f" {rates.sustained.bandwidth / 1e12:.2f} TB/s and {rates.sustained.peaks[None] / 1e12:.0f} TFLOP/s"
-        held = f" Shares in brackets are of rates that it holds for seconds:{held}."
+        held = f" Brackets have shares of the rates that it holds for seconds:{held}."
         best = [kind for kind, peak in rates.sustained.peaks.items() if kind and peak == rates.peaks[kind]]
-        held += f" For {'8 bits and ' if best else ''}attention they are the best rates, too."
+        held += f" {'8 bits and attention have' if best else 'Attention has'} its best rate."
     sources = [f"[{each.name}](results/{each.source.name})" for each in columns if each.source]
     alone = [] if of_engines(on) else ["jllm's"]
     alone += ["PyTorch's"] if any(each.name == "PyTorch" for each in columns) else []
     apart = f"{' and '.join(alone)} steps follow each other without an engine. " if alone else ""
-    apart += f"{"jllm's and vLLM's" if of_engines(on) else "vLLM's"} are an engine's"
+    apart += f"Steps of {'jllm and vLLM' if of_engines(on) else 'vLLM'} were timed in running engines"
     shown, gpu = {each.name for each in columns}, short(results.device).split()[0]
     for each in (each for series in decode_series(results).values() for each in series):
         if each.source and each.ours and each.name not in shown:
             low, high = over(each, each.ours)
-            apart += f". On one {gpu} {each.name} takes {low:.2f} to {high:.2f} times our steps"
+            apart += f". On one {gpu} {each.name}'s steps take {low:.2f} to {high:.2f} times as long as ours"
             apart += f" ([file](results/{each.source.name}))"
     yield (
         "LLaMA-2-7B has 8 tokens in and 256 out. The floor is the time of its bytes and operations at the device's "
         f"best rates: {rates.bandwidth / 1e12:.2f} TB/s and {rates.peaks[None] / 1e12:.0f} TFLOP/s in 16 bits. "
         f"[Devices](../configs/devices) have the rest.{held} Files of peers: {', '.join(sources)}. [Their "
-        f"scripts](peers/README.md) say how they run. A peer's step is its fastest variant's. {apart}. PPL.LLM "
+        f"scripts](peers/README.md) say how they run. Of each peer the fastest variant counts. {apart}. PPL.LLM "
         "published its steps on an H800. They are scaled by the bandwidths of both data sheets.\n"
         "![Decode steps by batch, against floors and peers](results/summary-decode.svg)"
     )
@@ -294,7 +297,7 @@ def requests(results: Results) -> Iterator[str]:
     yield (
         "1,024 conversations arrive at once at one GPU. A figure is the mean of one job's runs, with its 95 % interval "
         "by Student's t. Both systems ran in one job, vLLM near its defaults. Its 8 bits are fp8 weights, K and V. A "
-        "start lasts until all sizes of steps are compiled, with none stored. vLLM's also includes its imports and "
+        "start lasts until all sizes of steps are compiled, without a cache. vLLM's also includes its imports and "
         "making weights." + ("\n![Requests a second](results/summary-requests.svg)" if pictured else "")
     )
     heads = ["model", "jllm's weights", "jllm, requests a second", "vLLM", "jllm over vLLM", "jllm's start, s"]
@@ -302,7 +305,8 @@ def requests(results: Results) -> Iterator[str]:
         yield markdown([*heads, "vLLM's", "from"], cells)
     if others:
         ways = "\n".join(f"{named}: {' '.join(each)}" for named, each in others.items())
-        yield f"Other ways serve these requests a second. Each replica, on a GPU of its own, has 1,024.\n{ways}"
+        each = "A replica has a GPU and 1,024 conversations of its own."
+        yield f"Requests a second of other settings and systems. {each}\n{ways}"
     if steady:
         heads = [
             "at a steady load, one run each",
@@ -408,10 +412,11 @@ def mixture(results: Results) -> Iterator[str]:
     for module in dict.fromkeys(name for name, _ in of):
         rows = [of[module, bits] for bits in (4, 2) if (module, bits) in of]
         kl = " and ".join(_within(row["kl"], row["kl_95"], "{:.2g}") for row in rows)
-        cells.append(f"{module.capitalize()}: {kl}, {' and '.join(f'{100 * row["routes"]:.1f} %' for row in rows)}.")
+        routes = " and ".join(f"{100 * row['routes']:.1f} %" for row in rows)
+        cells.append(f"{module.capitalize()}: KL {kl}, changed routes {routes}.")
     yield (
-        f"One part of a small mixture has 4 or 2 bits ([all bits](results/{source.path.name})). Its KL, and the share "
-        f"of routes that change: {' '.join(cells)}"
+        f"Of a small mixture one part alone has 4 and then 2 bits ([all bits](results/{source.path.name})). "
+        f"{' '.join(cells)}"
     )
 
 

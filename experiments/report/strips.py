@@ -10,6 +10,7 @@ from experiments.report.figures import H100, H200, Results
 
 Cells = dict[str, list[float]]  # case -> speed over the peer's, shape by shape
 Name = str | Callable[[Row], str]  # names a row's case: a format string for its values, or a function
+CONTIGUOUS = "cuDNN over contiguous K, V"
 WHO = {  # what is no part of a case
     *("peer", "variant", "script", "version", "us", "wall_us", "gb_s", "tflop_s", "fraction", "floor_fraction", "off")
 }
@@ -41,7 +42,14 @@ def _strips(results: Results) -> list[Strip]:
             _beside(results, f"decode attention, 32/{k}", "FlashInfer", "decode_attention", "{R} x {length}", K=k)
             for k in (32, 8)
         ),
-        Strip("decode attention", "cuDNN, contiguous", _cudnn(results)),
+        *(
+            Strip(
+                f"decode attention, 32/{k}",
+                CONTIGUOUS,
+                _pairs(results, "decode_attention", "cudnn, contiguous", "{R} x {length}", Q=1, H=32, K=k, kv="bf16"),
+            )
+            for k in (32, 8)
+        ),
         _beside(results, "prefill attention", "FlashInfer", "prefill_attention", _prefill_case, kv="bf16"),
         Strip("prefill attention", "cuDNN", _pairs(results, "prefill_attention", "cudnn", _prefill_case, kv="bf16")),
         Strip("bf16 product, by rows", "XLA", _by_rows(results, "matmul(-other|-many)?", "xla")),
@@ -111,12 +119,6 @@ def _prefill_case(row: Row) -> str:
     if len(set(queries)) > 1:
         return f"{len(queries)} mixed"
     return f"{len(queries)}x{queries[0]}" + ("" if keys[0] == queries[0] else f" after {keys[0] - queries[0]}")
-
-
-def _cudnn(results: Results) -> Cells:
-    """Returns the cells of claim C5, which times cuDNN beside ours."""
-    rows = results.rows("claims-C5")
-    return {f"{r['R']} x {r['length']}, {r['H']}/{r['K']}": [r["over_cudnn"]] for r in rows if "over_cudnn" in r}
 
 
 def _weights(results: Results) -> Cells:

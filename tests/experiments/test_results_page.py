@@ -169,14 +169,14 @@ def test_steps_stand_beside_their_floor_and_peers_of_the_same_job(tmp_path):
     assert "decode steps on one H100 are in bf16 1.25 to 1.25 times as fast as vLLM's." in text
     assert "| 16 | 3.20 | 4.00 | 5.00 |" in text
     assert ") | 80% | 90% | 70% |" in text, "shares are those of the file"
-    assert "vLLM's are an engine's." in text
+    assert "Steps of vLLM were timed in running engines." in text
     timed = {"engine_ms": 4.5, "engine_fraction": 0.71}
     write(tmp_path, "throughput_llama-2-7b_bf16_kv-bf16-20261120-h100", rows=[rows[0] | timed, *rows[1:]])
     assert "| 16 | 3.20 | 4.00 |" in page(read(tmp_path)), "engines' steps stand there for all formats or none"
     write(tmp_path, "throughput_llama-2-7b_bf16_kv-int8-g8-20261120-h100", rows=[steps(engine_ms=4.4)])
     text = page(read(tmp_path))
     assert "| 16 | 3.20 | 4.50 | 5.00 |" in text
-    assert "jllm's and vLLM's are an engine's." in text
+    assert "Steps of jllm and vLLM were timed in running engines." in text
     assert ", H100](results/throughput_llama-2-7b_bf16_kv-bf16-20261120-h100.json) | 71% | 90% | 70% |" in text
 
 
@@ -193,8 +193,8 @@ def test_an_h200s_steps_are_shown_once_its_engines_were_timed_in_all_formats(tmp
     text = page(read(tmp_path))
     assert "## Decode steps, H200" in text
     assert "| 16 | 3.20 | 2.50 |" in text
-    apart = "jllm's and vLLM's are an engine's. On one H100 PyTorch takes 1.25 to 1.25 times our steps ([file](results/"
-    assert f"variant's. {apart}" in text
+    assert "variant counts. Steps of jllm and vLLM were timed in running engines." in text
+    assert "On one H100 PyTorch's steps take 1.25 to 1.25 times as long as ours ([file](results/" in text
     assert text.count("kv-bf16-20261120-h200.json) | 75% |") == 1
     assert "kv-bf16-20261120-h100.json) |" not in text, "each model has one row"
 
@@ -311,7 +311,9 @@ def test_a_kernel_stands_beside_a_peers_fastest_variant_of_the_same_file(tmp_pat
     write(tmp_path, "decode_attention-20261121-h200", device="NVIDIA H200", rows=[ours | {"us": 15.0}, *newer])
     (strip,) = strips(read(tmp_path))
     assert (strip.cells, strip.device) == ({"16 x 1024": [0.8]}, H200)
-    assert "and 8 KV heads takes up to 1.25 times the time of FlashInfer on one H200." in page(read(tmp_path))
+    assert "The time of our decode attention is up to 1.25 times that of FlashInfer on one H200." in page(
+        read(tmp_path)
+    )
     (drawn,) = pictures.draw_all(read(tmp_path), tmp_path)
     assert drawn.name == "summary-kernels.svg"
     assert ">0.80</text>" in drawn.read_text(encoding="utf-8")
@@ -337,11 +339,10 @@ def test_parts_of_a_mixture_are_by_bits(tmp_path):
     rows += [each | {"bits": 4, "kl": 0.001, "routes": 0.0} for each in rows]
     write(tmp_path, "quant_accuracy_mixture_oz-20261120-cpu", device="cpu", rows=rows)
     assert page(read(tmp_path)).splitlines()[-1] == (
-        "One part of a small mixture has 4 or 2 bits "
+        "Of a small mixture one part alone has 4 and then 2 bits "
         "([all bits](results/quant_accuracy_mixture_oz-20261120-cpu.json)). "
-        "Its KL, and the share of routes that change: "
-        "Experts: 0.001 [0.1, 0.2] and 0.12 [0.1, 0.2], 0.0 % and 5.1 %. "
-        "Router: 0.001 [0.1, 0.2] and 0.12 [0.1, 0.2], 0.0 % and 5.1 %."
+        "Experts: KL 0.001 [0.1, 0.2] and 0.12 [0.1, 0.2], changed routes 0.0 % and 5.1 %. "
+        "Router: KL 0.001 [0.1, 0.2] and 0.12 [0.1, 0.2], changed routes 0.0 % and 5.1 %."
     )
 
 
