@@ -65,9 +65,10 @@ class Gate:
     def need(self, plan: StepPlan) -> Variant:
         """Returns the variant that a step needs. Penalties and guides count if any sequence inside asks for them, other
         features if the step's own sequences do."""
-        inside, seqs = self.inside, list[Sequence]()
-        if inside.breadth or self._by_draws:  # otherwise it need not look at each
-            seqs = [*plan.decodes, *(c.seq for c in plan.chunks)]
+        inside = self.inside
+        if not (inside.breadth or self._by_draws or self._adapted):  # then it need not look at each
+            return inside
+        seqs = [*plan.decodes, *(c.seq for c in plan.chunks)]
         return replace(
             self.wants([seq.params for seq in seqs], tapped=any(seq.taps is not None for seq in seqs)),
             penalties=inside.penalties,

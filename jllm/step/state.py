@@ -1,6 +1,7 @@
 """Defines the state of a step, its outputs, and Variant, which selects the optional outputs."""
 
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -123,8 +124,7 @@ class Variant:
 
     def __or__(self, other: "Variant") -> "Variant":
         """Returns a variant that serves both. Both must have the same taps, if they have any."""
-        wants = {name: getattr(self, name) or getattr(other, name) for name in (*WANTS, "taps")}
-        return replace(self, **wants, draws=max(self.draws, other.draws))
+        return _both(self, other)
 
     def covers(self, other: "Variant") -> bool:
         """Returns whether a step of this variant does all that a step of the other does."""
@@ -140,6 +140,13 @@ class Variant:
     def breadth(self) -> int:
         """Returns how many of the optional outputs the variant has."""
         return sum(getattr(self, name) for name in WANTS) + bool(self.taps)
+
+
+@cache
+def _both(one: Variant, other: Variant) -> Variant:
+    """Returns Variant.__or__'s result. It is cached, since each step asks several times."""
+    wants = {name: getattr(one, name) or getattr(other, name) for name in (*WANTS, "taps")}
+    return replace(one, **wants, draws=max(one.draws, other.draws))
 
 
 def make_slots(slots: int, max_pages: int, bias: int = 0, adapters: bool = False) -> Slots:
