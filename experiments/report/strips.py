@@ -10,7 +10,7 @@ from experiments.report.figures import H100, H200, Results
 
 Cells = dict[str, list[float]]  # case -> speed over the peer's, shape by shape
 Name = str | Callable[[Row], str]  # names a row's case: a format string for its values, or a function
-CONTIGUOUS = "cuDNN over contiguous K, V"
+CONTIGUOUS = "cuDNN (contiguous K, V)"
 WHO = {  # what is no part of a case
     *("peer", "variant", "script", "version", "us", "wall_us", "gb_s", "tflop_s", "fraction", "floor_fraction", "off")
 }
