@@ -12,6 +12,7 @@ from jllm.engine.request import SamplingParams
 from jllm.engine.scheduler import Limits
 from jllm.errors import ConfigError
 from jllm.programs.packed_step import WHOLE_STEP, packed_step
+from jllm.programs.sizes import StepSizes
 from jllm.step.buckets import Bucket
 from jllm.step.state import Variant
 from tests.engine.scheduler_harness import Loop
@@ -73,7 +74,9 @@ def test_sorting_sorts_and_thresholds_do_not(model):
 
 
 def test_padded_prompts_count_as_long_as_the_longest_and_are_not_cut_to_fit():
-    loop = Loop(Limits(4, 20, 16, 4, 4, 64, 20), scheduler=lambda limits: PaddedPrefill(limits, (16,)))
+    loop = Loop(
+        Limits(4, 20, 16, 4, 4, 64, 20), scheduler=lambda limits: PaddedPrefill(limits, StepSizes(((4, 16),), (16,)))
+    )
     lengths = [3, 6, 2, 1, 30, 5, 5, 5]
     for n in lengths:
         loop.add(n, 3)
