@@ -144,16 +144,16 @@ def behind(results: Results) -> Iterator[str]:
             times = max(1 / each for cell in strip.cells.values() for each in cell)
             if times >= max(BEHIND, worst.get(strip.peer, (0.0, ""))[0]):
                 worst[strip.peer] = times, short(strip.device).split()[0]
-        if worst:
-            said = (f"{times:.2f} times that of {peer} on one {gpu}" for peer, (times, gpu) in worst.items())
-            lines.append(f"The time of our {kind} is up to {', '.join(said)}.")
+        said = [
+            f"Our {kind} takes up to {x:.2f} times the time of {peer} (one {gpu})." for peer, (x, gpu) in worst.items()
+        ]
+        lines += [" ".join(said)] if said else []
     ours, floor = _of(decode, BF16, f"jllm {BF16}"), _of(decode, BF16, f"floor, {BF16}")
     reached = []
-    if (
-        ours
-        and floor
-        and (shares := {batch: floor.ms[batch] / ours.ms[batch] for batch in BATCHES if batch in ours.ms})
-    ):
+    shares = (
+        {batch: floor.ms[batch] / ours.ms[batch] for batch in BATCHES if batch in ours.ms} if ours and floor else {}
+    )
+    if shares:
         batch = min(shares, key=lambda batch: shares[batch])
         reached.append(f"LLaMA-2-7B's bf16 step reaches {shares[batch]:.0%} of the limit at batch {batch}.")
     if prefill := [row["prefill"] for row in floor_shares(results) if "prefill" in row]:
@@ -200,10 +200,10 @@ def _served(results: Results) -> Iterator[tuple[Results, tuple[str, str]]]:
 def _compared(results: Results) -> Iterator[tuple[Results, tuple[str, str]]]:
     """Yields each model's first device that served its requests by both systems, or else by jllm."""
     for model in SERVED.items():
-        served = [on for on, each in _served(results) if each == model and any(_pairs(on, model[0]))]
-        both = [on for on in served if any(vllm for *_, vllm in _pairs(on, model[0]))]
-        if served:
-            yield (both or served)[0], model
+        served = [(on, [*_pairs(on, model[0])]) for on, each in _served(results) if each == model]
+        both = [on for on, pairs in served if any(vllm for *_, vllm in pairs)]
+        if found := both or [on for on, pairs in served if pairs]:
+            yield found[0], model
 
 
 def _pairs(results: Results, model: str) -> Iterator[tuple[str, Row, str, Row | None]]:

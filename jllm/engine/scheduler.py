@@ -283,7 +283,8 @@ class Scheduler(PageTables):
             last = min((max(CHEAP, r + c) for r, c in fits if c >= rest), default=0) if rest else 0
             return whole * max(CHEAP, sum(size)) + last
 
-        return min([budget, *([min(fits, key=lambda size: (rows(size), -size[1]))[1]] if fits else [])])
+        _, best = min(fits, key=lambda size: (rows(size), -size[1]), default=(0, budget))
+        return min(budget, best)
 
     def _joins(self, prefills: list[Sequence]) -> bool:
         """Returns whether only sequences that come with their K and V prefill."""

@@ -311,9 +311,7 @@ def test_a_kernel_stands_beside_a_peers_fastest_variant_of_the_same_file(tmp_pat
     write(tmp_path, "decode_attention-20261121-h200", device="NVIDIA H200", rows=[ours | {"us": 15.0}, *newer])
     (strip,) = strips(read(tmp_path))
     assert (strip.cells, strip.device) == ({"16 x 1024": [0.8]}, H200)
-    assert "The time of our decode attention is up to 1.25 times that of FlashInfer on one H200." in page(
-        read(tmp_path)
-    )
+    assert "Our decode attention takes up to 1.25 times the time of FlashInfer (one H200)." in page(read(tmp_path))
     (drawn,) = pictures.draw_all(read(tmp_path), tmp_path)
     assert drawn.name == "summary-kernels.svg"
     assert ">0.80</text>" in drawn.read_text(encoding="utf-8")
